@@ -74,7 +74,9 @@ CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048) 
 CHUNK_ROWS = (16, 64)  # chosen: rows of shapes with chunks
 ROWS_IN_ADVANCE = 64  # chosen: shapes of more rows are captured only when a batch needs them
 PADDED_FROM_ROWS = 9  # chosen: fewer rows run as their own shape, as their steps are the shortest
-PADDED_STEPS = 256  # chosen: steps that a decode shape without graphs runs as a larger one before it is captured
+# Steps that a decode shape without graphs runs as a larger one before it is captured, which takes 0.1 s. Measured on an
+# H200: 48, 96 and 192 rows of Llama-3.1-8B lose 0.07, 0.3 and 1.0 ms a step, of Qwen3-30B-A3B 0.5, 0.1 and 0.1.
+PADDED_STEPS = 256
 # Chosen: blocks that are run to compile kernels. The first six are of all kinds that a family has: Gemma 3 has five
 # blocks with a window before one without.
 KINDS = 6

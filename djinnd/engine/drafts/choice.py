@@ -41,16 +41,18 @@ class Costs(NamedTuple):
     rows: int
     a_pass: float  # of the draft. It takes about as long for one guess as for all
     a_token: float  # of a guess, in the step
+    any_guess: float = 0.0  # that the step takes longer with guesses, however few and short
 
 
 def best_lengths(rates: Sequence[float], most: Sequence[int], costs: Costs) -> list[int]:
     """The lengths of guesses with which a step and its passes give most tokens in a time.
 
     `rates`: the share of right tokens of each guess; `most`: its longest length. A pass adds a token to each guess that
-    has all earlier ones. It is run if the right tokens that are expected of it take less time than those before.
+    has all earlier ones. It is run if the right tokens that are expected of it take less time than those before. All
+    lengths are 0 if the guesses together do not pay for the longer step.
     """
     lengths, chances = [0] * len(rates), list(rates)
-    tokens, seconds = float(costs.rows), costs.step
+    tokens, seconds = float(costs.rows), costs.step + costs.any_guess
     for length in range(1, max(most, default=0) + 1):
         least = costs.a_token * tokens / seconds
         longer = [at for at, chance in enumerate(chances) if lengths[at] == length - 1 < most[at] and chance > least]
@@ -60,7 +62,7 @@ def best_lengths(rates: Sequence[float], most: Sequence[int], costs: Costs) -> l
         tokens, seconds = tokens + gained, seconds + takes
         for at in longer:
             lengths[at], chances[at] = length, chances[at] * rates[at]
-    return lengths
+    return lengths if tokens * costs.step > costs.rows * seconds else [0] * len(rates)
 
 
 def choose(candidates: Sequence[Candidate], costs: Costs, longest: int, room: int, reading: int, most: int) -> Choice:

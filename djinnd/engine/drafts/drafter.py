@@ -88,7 +88,8 @@ class Drafter:
             return False
         known = [drafted for at in may_guess if (drafted := rows[at].session.drafted) is not None]
         rates = [drafted.record.rate for drafted in known]
-        return any(best_lengths(rates, [1] * len(rates), self._costs(len(rows), len(may_guess))))
+        most = [GUESSES.longest] * len(rates)
+        return any(best_lengths(rates, most, self._costs(len(rows), len(may_guess))))
 
     def close(self, session_id: str) -> None:
         """The session is closed. No effect if the draft does not know it."""
@@ -177,7 +178,8 @@ class Drafter:
             return Costs(1.0, rows, 0.0, GUESSES.least_chance / rows)
         pass_s = self._times.predict(may_guess) if self._is_known(may_guess) else 0.0
         least = DRAFTS.least_cost * step_s / rows - pass_s / may_guess
-        return Costs(step_s, rows, pass_s, max(self._builder.guesses.token_s(may_guess), least))
+        any_guess, a_token = self._builder.guesses.costs(may_guess)
+        return Costs(step_s, rows, pass_s, max(a_token, least), any_guess)
 
     def _is_known(self, rows: int) -> bool:
         return self._times.is_sure(rows) and self._steps_without < DRAFTS.measured_again

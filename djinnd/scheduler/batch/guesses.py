@@ -78,10 +78,18 @@ class Guesses:
             return GUESSES.least_chance
         return max(GUESSES.least_chance, self._times.of_guess(usual) / usual * len(rows) / seconds)
 
-    def token_s(self, guesses: int) -> float:
-        """Seconds that a token of a draft's guess adds to a step with so many guesses; 0 until it has been measured."""
-        usual = GUESSES.usual * guesses
-        return self._times.of_guess(usual) / usual
+    def costs(self, guesses: int) -> tuple[float, float]:
+        """Seconds that so many guesses of a draft add to a step, however short they are, and seconds of each of their
+        tokens. 0 until they have been measured.
+
+        A step with guesses runs other kernels than one without, and is not launched ahead of the last one's tokens. So
+        guesses of one token take longer than a fourth of the time of guesses of four.
+        """
+        few, usual = guesses, GUESSES.usual * guesses
+        of_few, of_usual = self._times.of_guess(few), self._times.of_guess(usual)
+        a_token = (of_usual - of_few) / (usual - few)
+        any_guess = of_few - few * a_token
+        return (any_guess, a_token) if of_few and any_guess > 0.0 else (0.0, of_usual / usual)
 
     def most(self, row: Row) -> int:
         """The longest guess for the row: the step samples one token more."""

@@ -14,6 +14,7 @@ from djinnd.core.tuning import GUESSES
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.batch.guesses import Guesses
 from djinnd.scheduler.timing.step_times import StepTimes
+from djinnd.scheduler.tuning import TIMES
 from tests.support.virtual import measured, rising
 
 LOOP = [1, 2, 3, 4] * 8  # the next tokens are 1, 2, 3, 4, 1 …
@@ -138,6 +139,28 @@ def test_guesses_are_tried_until_their_cost_is_known() -> None:
         times.note(1, 4, 0.05)
     assert math.isclose(times.of_guess(4), 0.04)
     assert guesses(*made(LOOP), times=times) == [()]
+
+
+@pytest.mark.parametrize(
+    ("further", "expected"),
+    [
+        ({}, (0.0, 0.0)),
+        ({32: 0.0064}, (0.0, 0.0002)),  # short guesses were not measured: as if a step with them took no longer
+        ({8: 0.002, 32: 0.0026}, (0.0018, 0.000025)),
+        ({8: 0.001, 32: 0.008}, (0.0, 0.00025)),  # the first tokens are the cheapest
+    ],
+)
+def test_the_cost_of_a_draft_s_guesses_is_of_any_guess_and_of_each_token(
+    further: Mapping[int, float], expected: tuple[float, float]
+) -> None:
+    times = StepTimes()
+    for _ in range(TIMES.sure + 1):
+        times.note(8, 0, 0.01)
+    for tokens, seconds in further.items():
+        for _ in range(TIMES.sure + 1):
+            times.note(8, tokens, 0.01 + seconds)
+    _, kv = made(LOOP)
+    assert Guesses(times, kv, lambda tenant: 100).costs(8) == pytest.approx(expected)
 
 
 def test_guesses_that_seem_too_dear_are_tried_again_after_a_while() -> None:
