@@ -15,12 +15,14 @@ import triton
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.model.kernels.attention.decode import combine_kernel, decode_kernel
 from djinnd.model.kernels.attention.mixed import chunks_kernel, combine_mixed_kernel, singles_kernel
+from djinnd.model.step.inputs import StepInputs
 from tests.support import reference
 from tests.support.graphed import (
     FOLDER,
     MAX_ROWS,
     MAX_TOKENS,
     PAGE,
+    WIDTH,
     Graphed,
     Rows,
     graphed_model,
@@ -66,6 +68,23 @@ def test_replay_is_the_eager_step_and_both_are_transformers(graphed: Graphed, ro
         torch.testing.assert_close(replayed, eager, rtol=2e-2, atol=2e-2)
         error = (replayed.cpu().float() - wanted).norm() / wanted.norm()
         assert error.item() < 0.05
+
+
+def test_inputs_of_a_new_shape_have_no_memory_that_another_stream_still_writes(graphed: Graphed) -> None:
+    nbytes = StepInputs(graphed.device, 32, 20, WIDTH)._device_bytes.numel()
+    graphed.device.synchronize()
+    other = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+    other.fill_(255)
+    del other
+    inputs = StepInputs(graphed.device, 32, 20, WIDTH)
+    for array in inputs.host.values():
+        array[...] = 0
+    inputs.host["ids"][:] = range(32)
+    with graphed.device.computing():
+        inputs.send()
+    graphed.device.synchronize()
+    assert inputs.ids[0].tolist() == [*range(32)]
 
 
 def test_no_step_of_a_shape_that_is_captured_in_advance_compiles_anything(graphed: Graphed) -> None:

@@ -84,7 +84,10 @@ class StepInputs:
         sizes = [math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values()]
         *offsets, nbytes = accumulate(map(_aligned, sizes), initial=0)
         self._staging = device.staging(nbytes)
-        self._device_bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
+        # Allocated on the stream that fills and reads it: memory that another stream has given back may have writes of
+        # that stream before it, which the compute stream does not wait for.
+        with device.computing(late=True):
+            self._device_bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
         self._taken = torch.cuda.Event() if self._device_bytes.is_cuda else None
         host = self._staging.numpy()
         self.host: dict[str, Array] = {}
